@@ -31,8 +31,6 @@ NAMES: dict[str, str] = {
     "completion/truncated": "fraction of completions that ended at max_new_tokens",
     "eval/accuracy": "fraction of held-out prompts answered right, greedy",
     "eval/sampled_accuracy": "fraction of samples of held-out prompts that are right, at eval.temperature",
-    "eval/prompts": "held-out prompts asked",
-    "eval/unscored": "their samples that could not be graded; they are in no accuracy",
     "eval/pass@<k>": "probability that one of k samples is right, unbiased (Chen et al. 2021, eq. 1)",
     "eval/prompts": "held-out prompts used",
     "eval/unscored": "samples of them without a grade (error, timeout, invalid); in neither side of a fraction",

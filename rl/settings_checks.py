@@ -176,20 +176,13 @@ def _engine_args(settings: Settings) -> Iterator[Finding]:
 
 
 def _learner(settings: Settings) -> Iterator[Finding]:
-    learner, steps = settings.learner, settings.train.steps
+    learner = settings.learner
     for index, beta in enumerate(learner.betas):
         if not 0 <= beta < 1:
             yield f"learner.betas.{index} = {beta}", "must be at least 0 and less than 1", ""
     if learner.lr_schedule == "constant" and _differs(learner, "lr_final_ratio"):
         rule = "would be ignored: learner.lr_schedule is constant"
         yield f"learner.lr_final_ratio = {learner.lr_final_ratio}", rule, "leave it out, or choose linear or cosine"
-    if steps is not None and learner.warmup_steps > steps * learner.updates_per_batch:
-        total = steps * learner.updates_per_batch
-        rule = (
-            f"{steps} steps x {learner.updates_per_batch} updates = {total} updates, "
-            f"fewer than {learner.warmup_steps} of warm-up"
-        )
-        yield f"learner.warmup_steps = {learner.warmup_steps}", rule, f"the nearest allowed is {total}"
 
 
 def _train(settings: Settings) -> Iterator[Finding]:

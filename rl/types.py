@@ -23,15 +23,15 @@ BoolArray = npt.NDArray[np.bool_]
 Outcome = Literal["ok", "wrong", "error", "timeout", "invalid"]
 """What became of a sample when it was graded.
 
-``ok`` and ``wrong`` were scored; ``error`` (the grader raised or returned no finite number), ``timeout`` (it was killed)
-and ``invalid`` (the row's reference answer cannot be parsed, so nothing could be right) were not: their reward is None.
+``ok`` and ``wrong`` were scored. The others were not, and their reward is None: ``error`` (the grader raised or gave no
+finite number), ``timeout`` (it was killed), ``invalid`` (the row's reference answer cannot be parsed).
 """
 OUTCOMES: tuple[Outcome, ...] = ("ok", "wrong", "error", "timeout", "invalid")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of data, ready to be sent: ``token_ids`` [P] are the ids that were filtered, are sent and are trained on."""
+    """One row of data, ready to be sent: ``token_ids`` [P] were filtered, are sent and are trained on."""
 
     prompt_id: str  # position in the source, the same in every run: "0", "1", ...
     row: str  # file and line for messages: "train.jsonl:17"
@@ -53,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion wanted. Requests of a step are handed over in a fixed order; ``seed`` is one of its own for each."""
+    """One completion wanted. Those of a step are handed over in a fixed order; ``seed`` is each one's own."""
 
     request_id: str
     token_ids: IntArray  # [P]

@@ -158,10 +158,6 @@ ONE_LINE = [
         "train: {epochs: 2}",
         "train: give steps or epochs, not both (seen: steps = 10, epochs = 2); set the other one to null",
     ),
-    (
-        "learner: {warmup_steps: 11}",
-        "learner.warmup_steps = 11: 10 steps x 1 updates = 10 updates, fewer than 11 of warm-up",
-    ),
 ]
 
 
