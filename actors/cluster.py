@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from rl.config import Settings
 
 OBJECT_STORE_BYTES = 1 << 30
 """Of a Ray that we start: room for two versions of small weights and the batches; Ray spills to disk beyond it."""
+
+CONNECT_SECONDS = 10.0
 
 
 @dataclass
@@ -51,8 +54,9 @@ def connect(settings: Settings) -> Cluster:
             _start(settings)
         else:
             try:
+                _knock(str(address))
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError) as error:
+            except (OSError, RuntimeError) as error:
                 raise ValueError(
                     f"no Ray answers at {address!r} (cluster.address or RAY_ADDRESS): {error}. "
                     f"Start one there, or unset both"
@@ -61,6 +65,13 @@ def connect(settings: Settings) -> Cluster:
     session = node.get_session_dir_path() if node is not None else ""
     watcher = watchdog.start(watchdog.descendants(os.getpid()) - others) if started_here else None
     return Cluster(ray.get_runtime_context().gcs_address, session, started_here, connected_here, watcher)
+
+
+def _knock(address: str) -> None:
+    """OSError when nothing listens at host:port: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
 def _start(settings: Settings) -> None:

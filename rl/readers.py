@@ -180,7 +180,7 @@ def read_csv(path: Path) -> Source:
 
     with path.open("rb") as file:
         try:
-            header = next(_csv(file), [])
+            header: list[str] = next(_csv(file), [])
         except csv.Error as error:
             raise DataError(f"{path}:1: broken CSV header: {error}") from error
     if not header or any(not name.strip() for name in header) or len(set(header)) != len(header):

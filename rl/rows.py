@@ -26,7 +26,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     listed = list(names)
     near = difflib.get_close_matches(name, listed, n=1, cutoff=0.5)
     # "prompt" is like "question" in meaning, not in letters: the usual names are tried too.
-    usual = [each for each in ("prompt", "question", "problem", "messages", "input", "instruction") if each in listed]
+    names_of_prompts = ("prompt", "question", "problem", "messages", "input", "instruction")
+    usual: list[str] = [each for each in names_of_prompts if each in listed]
     near = near or (usual[:1] if name == "prompt" else [])
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"the columns are {', '.join(map(repr, listed)) or 'none'}{hint}"

@@ -13,7 +13,7 @@ from actors.weight_sync import Bytes, Delivery, WeightLoader
 
 
 class FaultyLoader(WeightLoader):
-    """Does what the file ``fault`` in the model's folder says: nothing, stale_head, flipped_byte; without it, no fault."""
+    """Does what the file ``fault`` in the model's folder says: nothing, stale_head, flipped_byte; else no fault."""
 
     def parkrl_fault(self) -> str:
         path = Path(self.model_config.model) / "fault"  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ REGISTERED = re.compile(r'^(?:DATASET_NAME = |register_dataset\()"([^"]+)"', re.
 class GymTask:
     """Rows of ``reasoning_gym.create_dataset(name, **options)``; ``options`` are checked by the task itself.
 
-    A row carries ``entry_index``, ``entry_seed`` and ``entry_size`` beside its question: the grader makes the very entry
+    A row carries ``entry_index``, ``entry_seed`` and ``entry_size`` beside its question: the grader makes that entry
     again and hands it to the task's own ``score_answer``, so nothing of it has to survive a trip through a file.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,7 +134,7 @@ def test_resuming_a_finished_run_says_so_and_a_second_run_is_refused(straight: P
     assert "learner.lr: 0.001 -> 0.0005" in changed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(
     straight: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -163,15 +164,13 @@ def test_killed_and_resumed_is_the_straight_run_and_leaves_nothing_running(strai
     process.wait()
     assert_gone(children)
     assert {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "plasma", "parkrl"))} <= before
-    damaged = tmp_path / "run" / "checkpoints" / "step_3" / "model.safetensors"
-    assert damaged.is_file()
     run(config, "--resume")
     assert_equal_runs(straight, tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_passed_over_aloud(straight: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    run(config)
+    shutil.copytree(straight, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_6" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     output = run(config, "--resume")
@@ -195,6 +194,7 @@ def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_touch_training(straight: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path)
     run(config, "--set", "train.eval_every=0", "--set", "eval.samples=0", "--set", "eval.prompts=1")

@@ -15,7 +15,7 @@ LENGTH = 512
 
 
 def make_model(folder: Path, seed: int, **options: Any) -> Any:
-    """A float32 model of 2 layers, width 64, saved in ``folder``; large weights, so that its distributions are peaked."""
+    """A float32 model of 2 layers, width 64, saved in ``folder``; its weights are large, so that it has opinions."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
