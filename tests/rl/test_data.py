@@ -310,3 +310,27 @@ def test_generated_rows_are_disjoint_between_splits(tmp_path: Path) -> None:
     texts = [{prompts[row].text for row in range(len(prompts))} for prompts in (train, held_out)]
     assert len(train) == 500 and len(held_out) == 200 and not texts[0] & texts[1]
     assert isinstance(train[0].token_ids, np.ndarray) and train[0].token_ids.dtype == np.int32
+
+
+def test_a_saved_dataset_with_splits_is_looked_at_without_the_library(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"prompt": f"p{number}", "answer": "1"} for number in range(4)]
+    whole = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:2])}
+    )
+    whole.save_to_disk(str(tmp_path / "saved"))
+    picked = datasets.Dataset.from_list(rows).select([2, 0])  # rows by an index file: the library itself must look
+    picked.save_to_disk(str(tmp_path / "picked"))
+    program = (
+        "import sys\nfrom rl.settings_file import from_mapping\nfrom rl.data import check_rows\n"
+        "run = from_mapping({'data': {'train': sys.argv[1]}, 'train': {'steps': 1}})\n"
+        "print(check_rows(run, 'train').rows, 'datasets' in sys.modules, 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "4 False False", done.stderr
+    with pytest.raises(DataError, match="no split 'dev'; it has train, test"):
+        check_rows(settings(tmp_path / "saved", train_split="dev"), "train")
+    prompts = opened(settings(tmp_path / "picked"), tmp_path)
+    assert [prompts[row].text for row in range(2)] == ["p2", "p0"]
