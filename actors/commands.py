@@ -25,9 +25,6 @@ from rl.tasks.builtin_model import resolve_model
 from rl.types import Sampling
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
-MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "*.jinja")
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "*.model")
-OURS = ("optimizer.safetensors",)
 
 
 def train(settings: Settings, resume: bool, quiet: bool) -> int:
@@ -143,8 +140,7 @@ def export(run: Path, out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not empty; name a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    for pattern in (*MODEL_FILES, *TOKENIZER_FILES):
-        for file in folder.glob(pattern):
-            if file.name not in OURS:
-                shutil.copy2(file, out / file.name)
+    for file in folder.iterdir():
+        if file.is_file() and file.name not in (checkpoint.STATE, checkpoint.MANIFEST):
+            shutil.copy2(file, out / file.name)
     return out

@@ -33,8 +33,9 @@ from rl.optim import load_optimizer_state, make_optimizer, optimizer_state
 from rl.train_step import Trainer, one_rank, train_step
 from rl.types import Probe, WeightUpdate
 
-TRAINER_FILE = "trainer.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
+TRAINER_FOLDER = "trainer"  # apart from the model's files: whoever loads a folder takes every *.safetensors in it
+TRAINER_FILE = f"{TRAINER_FOLDER}/trainer.json"
+OPTIMIZER_FILE = f"{TRAINER_FOLDER}/optimizer.safetensors"
 MODEL_FILE = "model.safetensors"
 
 
@@ -179,12 +180,13 @@ class LearnerRank:
     def _save(self, folder: str) -> None:
         """Rank 0 writes a Hugging Face folder and the optimizer beside it; every rank its own random states."""
         path = Path(folder)
+        (path / TRAINER_FOLDER).mkdir(exist_ok=True)
         if self.rank == 0:
             self._save_model(path)
             save_file(optimizer_state(self.trainer.optimizer, self.parameters), path / OPTIMIZER_FILE)
             state = {"updates": self.trainer.updates, "version": self.version, "world_size": self.world_size}
             (path / TRAINER_FILE).write_text(json.dumps(state))
-        torch.save(random_states(self.settings.learner.device), path / f"rank_{self.rank}.pt")
+        torch.save(random_states(self.settings.learner.device), path / TRAINER_FOLDER / f"rank_{self.rank}.pt")
 
     def _save_model(self, path: Path) -> None:
         model = self.trainer.model
@@ -212,7 +214,7 @@ class LearnerRank:
         self.trainer.updates, self.version = int(state["updates"]), int(state["version"])
         moments = load_file(path / OPTIMIZER_FILE)
         load_optimizer_state(self.trainer.optimizer, self.parameters, moments, self.trainer.updates)
-        set_random_states(torch.load(path / f"rank_{self.rank}.pt", weights_only=True))
+        set_random_states(torch.load(path / TRAINER_FOLDER / f"rank_{self.rank}.pt", weights_only=True))
 
 
 def seed_everything(seed: int) -> None:

@@ -138,8 +138,8 @@ class LearnerGroup:
     def save(self, folder: Path) -> None:
         """Writes the learner's whole state into ``folder``, which exists and which every rank can reach.
 
-        It becomes a Hugging Face folder (model.safetensors, config.json, tokenizer files) with optimizer.safetensors,
-        trainer.json and rank_R.pt beside them.
+        It becomes a Hugging Face folder (model.safetensors, config.json, tokenizer files); optimizer.safetensors,
+        trainer.json and rank_R.pt lie in its folder ``trainer``.
         """
         self._call_or_restart("save", {"folder": str(folder.resolve())})
 

@@ -27,7 +27,7 @@ class Sort:
         """See ``Task.rows``.
 
         >>> [(row["prompt"], row["answer"]) for row in Sort(min_digits=4).rows("train", 1, seed=0)]
-        [('sort 60656=', '05666')]
+        [('sort 65055=', '05556')]
         """
         return islice(draw(self._row, lambda row: row["digits"], split, seed), n)
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from actors.commands import export
 from rl import checkpoint
 from rl.metrics import is_time_metric, read_rows
 
@@ -76,7 +77,7 @@ def assert_equal_runs(first: Path, second: Path) -> None:
     """Bit for bit: rows, tokens, log-probabilities through every metric, weights and moments."""
     assert numbers(first) == numbers(second)
     assert samples(first) == samples(second)
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
         newest = [checkpoint.latest_valid(folder / "checkpoints", print) for folder in (first, second)]
         assert newest[0] is not None and newest[1] is not None
         assert (newest[0][0] / name).read_bytes() == (newest[1][0] / name).read_bytes(), name
@@ -123,6 +124,21 @@ def test_a_run_leaves_what_it_promises(straight: Path) -> None:
     assert placement.keys() == {"learner", "rollout"} and placement["learner"]["actors"][0]["pid"] > 0
     assert any(file.name.startswith("events") for file in (straight / "tensorboard").iterdir())
     assert sorted(folder.name for folder in (straight / "checkpoints").iterdir()) == ["step_3", "step_6"]
+
+
+def test_the_exported_folder_is_the_trained_model(straight: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = export(straight, tmp_path / "out")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
+    assert not {"state.json", "manifest.json", "trainer"} & {file.name for file in out.iterdir()}
+    saved = load_file(straight / "checkpoints" / "step_6" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(loaded[name].equal(tensor) for name, tensor in saved.items())
+    assert AutoTokenizer.from_pretrained(out).decode([AutoTokenizer.from_pretrained(out).eos_token_id])
+    with pytest.raises(ValueError, match="not empty"):
+        export(straight, out)
 
 
 def test_resuming_a_finished_run_says_so_and_a_second_run_is_refused(straight: Path) -> None:

@@ -109,7 +109,7 @@ def train_here(
 
 def saved_state(folder: Path) -> dict[str, torch.Tensor]:
     weights = load_file(folder / "model.safetensors")
-    return weights | load_file(folder / "optimizer.safetensors")
+    return weights | load_file(folder / "trainer" / "optimizer.safetensors")
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -144,7 +144,7 @@ def test_two_workers_survive_a_kill_and_equal_the_undisturbed_run(ray_cluster, m
         group.save(new_folder(tmp_path / "after_3"))
         assert_equal(saved_state(tmp_path / "after_3"), expected)
         assert metrics == expected_metrics
-        assert json.loads((tmp_path / "after_3" / "trainer.json").read_text())["updates"] == TOTAL
+        assert json.loads((tmp_path / "after_3" / "trainer" / "trainer.json").read_text())["updates"] == TOTAL
     finally:
         group.close()
     # what two workers trained is what one would have
@@ -164,10 +164,15 @@ def test_one_worker_saves_resumes_publishes_and_says_why_it_failed(ray_cluster, 
     finally:
         group.close()
     assert sorted(p.name for p in folder.iterdir() if p.name != "generation_config.json") == [
-        "config.json", "model.safetensors", "optimizer.safetensors",
-        "rank_0.pt", "tokenizer_config.json", "trainer.json",
+        "config.json", "model.safetensors", "tokenizer_config.json", "trainer",
     ]  # fmt: skip
-    assert json.loads((folder / "trainer.json").read_text()) == {"updates": 4, "version": 1, "world_size": 1}
+    names = sorted(file.name for file in (folder / "trainer").iterdir())
+    assert names == ["optimizer.safetensors", "rank_0.pt", "trainer.json"]
+    assert json.loads((folder / "trainer" / "trainer.json").read_text()) == {
+        "updates": 4,
+        "version": 1,
+        "world_size": 1,
+    }
     assert isinstance(AutoModelForCausalLM.from_pretrained(folder), LlamaForCausalLM)
 
     group = LearnerGroup.start(make_settings(), model_path, tmp_path / "b", TOTAL, folder)
