@@ -74,7 +74,7 @@ def train_step(trainer: Trainer, batch: RankBatch) -> dict[str, float]:
     """
     olds = _old_logprobs(trainer, batch)
     rows: list[dict[str, float]] = []
-    mismatch_max = torch.zeros((), dtype=torch.float64)
+    mismatch_max = torch.zeros((), dtype=torch.float64, device=_device_of(trainer))
     for number, (micro_batches, apply, old) in enumerate(zip(batch.updates, batch.apply, olds, strict=True)):
         if apply:
             place = f"step {batch.step}, update {number + 1} of {len(batch.updates)}"
@@ -118,7 +118,7 @@ def train_update(
             measured = (gap.sum(), count) if mismatch_max is not None else (torch.zeros_like(loss), count * 0)
             sums += torch.stack([loss, parts.clipped, parts.kl, entropy, measured[0], count, measured[1]]).double()
             if mismatch_max is not None:
-                mismatch_max.copy_(torch.maximum(mismatch_max, gap.max().double().cpu()))
+                mismatch_max.copy_(torch.maximum(mismatch_max, gap.max().double()))
 
     gradients = list(trainer.flat.grads.values())
     for gradient in gradients:
