@@ -62,7 +62,7 @@ def checksum(data: Bytes) -> str:
     >>> checksum(np.zeros(3, np.uint8)) == checksum(np.zeros(4, np.uint8))
     False
     """
-    return xxhash.xxh3_64_hexdigest(data)
+    return xxhash.xxh3_64_hexdigest(data.data)
 
 
 def publish(flat: FlatParameters, version: int, probe: Probe, bucket_mb: int) -> WeightUpdate:
