@@ -47,7 +47,7 @@ def train(settings: Settings, resume: bool, quiet: bool) -> int:
                 pipeline.watcher.progress.summary(pipeline.summary())
                 return DONE
         except Interrupted:
-            print("interrupted before the first step; nothing was trained", file=sys.stderr)
+            print("interrupted while starting; nothing was trained or changed by this start", file=sys.stderr)
             return INTERRUPTED
 
 

@@ -102,7 +102,6 @@ class EngineSpec:
         """Environment variables that must be set before the process imports vLLM.
 
         One thread does not spin against others; nothing is compiled for minutes on a CPU; nothing is reported home.
-        glibc keeps what a weight update allocated for the next one: new pages were a quarter of a load's time.
         """
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -113,8 +112,6 @@ class EngineSpec:
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
-            "MALLOC_MMAP_MAX_": "0",
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         }
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl import checkpoint
+from rl.advantages import group_advantages
 from rl.chat import decode, load_tokenizer, stop_token_ids
-from rl.collect import Decode
-from rl.config import Reward, Settings
+from rl.collect import Decode, sample_seed
+from rl.config import Settings
 from rl.controller import Controller, Parts, StopSignal
 from rl.data import PromptCursor, open_prompts, require_rows, steps_for_epochs
 from rl.metrics import JsonlSink, TensorBoardSink
@@ -144,7 +145,7 @@ class Pipeline:
         first = step if state is None or state["row"] is not None else step + 1  # the next row to be written
         if self.resume:
             self.folder.rewind(step, last_row=first - 1)
-        self.watcher = _Watcher(self.folder, self.total_steps, self.quiet, first, done=step)
+        self.watcher = _Watcher(self.settings, self.folder, self.total_steps, self.quiet, first, done=step)
         self._stack.callback(self.watcher.close)
 
     def _open_actors(self, folder: Path | None, state: dict[str, Any] | None) -> None:
@@ -184,8 +185,7 @@ class Pipeline:
         )
         if state is not None and state["fingerprint"] != self.train_prompts.report.fingerprint:
             self._warn("the training rows differ from those the run began with: it goes on with the new ones")
-        self.controller = Controller(parts, state)
-        self.controller.stop = self.stop
+        self.controller = Controller(parts, state, self.stop)
 
     def _save_checkpoint(self, step: int, fill: Callable[[Path], None], state: dict[str, Any]) -> Path:
         self.watcher.sync()
@@ -203,7 +203,10 @@ class Pipeline:
 class _Watcher:
     """Records every step in metrics.jsonl, TensorBoard and samples/, and shows it on the terminal."""
 
-    def __init__(self, folder: RunFolder, total_steps: int, quiet: bool, first: int, done: int) -> None:
+    def __init__(
+        self, settings: Settings, folder: RunFolder, total_steps: int, quiet: bool, first: int, done: int
+    ) -> None:
+        self._settings = settings
         self.progress = Progress(total_steps, quiet=quiet, start_step=done)
         self._rows = JsonlSink(folder.metrics)
         self._board = TensorBoardSink(folder.tensorboard, purge_step=first or None)
@@ -215,7 +218,14 @@ class _Watcher:
         self.progress.step(result)
 
     def samples(self, step: int, groups: Sequence[Group]) -> None:
-        self._samples.write(step, groups)
+        seed, epsilon = self._settings.run.seed, self._settings.algorithm.advantage_epsilon
+        advantages, seeds = {}, {}
+        for group in groups:
+            scored, values = group_advantages(group, epsilon)
+            advantages[group.group_id] = [float(a) if s else None for a, s in zip(values, scored, strict=True)]
+            names = (group.group_id, group.prompt.prompt_id)
+            seeds[group.group_id] = [sample_seed(seed, *names, each.index) for each in group.trajectories]
+        self._samples.write(step, groups, advantages, seeds)
 
     def warn(self, text: str) -> None:
         self.progress.warn(text)
@@ -242,13 +252,12 @@ def text_of(settings: Settings, tokenizer: Any, stops: tuple[int, ...]) -> Decod
 
 
 def start_graders(settings: Settings, functions: Mapping[str, Callable[..., Any]] | None = None) -> RewardPool:
-    """The rewards asked for; else the task's own grader; else exact match with the answer column."""
+    """The rewards asked for; without any, what ``rl.rewards.load.describe`` takes instead."""
     from actors.rewards import RewardPool
 
     task = settings.data.train if settings.data.train.startswith(("builtin:", "reasoning_gym:")) else None
-    components = settings.rewards or (Reward(name="task" if task else "exact_match"),)
     return RewardPool.start(
-        components, settings.grading, task, functions=functions, task_options=settings.data.task_options
+        settings.rewards, settings.grading, task, functions=functions, task_options=settings.data.task_options
     )
 
 

@@ -52,6 +52,13 @@ def grpo(rewards: FloatArray, scored: BoolArray, epsilon: float) -> FloatArray:
 ADVANTAGES: dict[str, Callable[[FloatArray, BoolArray, float], FloatArray]] = {"grpo": grpo}
 
 
+def group_advantages(group: Group, epsilon: float, estimator: str = "grpo") -> tuple[BoolArray, FloatArray]:
+    """Which members of a group were scored, and every member's advantage; both [G]."""
+    scored = np.array([trajectory.score.reward is not None for trajectory in group.trajectories], dtype=bool)
+    rewards = np.array([t.score.reward if t.score.reward is not None else 0.0 for t in group.trajectories])
+    return scored, ADVANTAGES[estimator](rewards, scored, epsilon)
+
+
 def to_samples(group: Group, epsilon: float, estimator: str = "grpo") -> list[TrainSample]:
     """The scored members of a group as sequences to learn from, in the group's order.
 
@@ -59,9 +66,7 @@ def to_samples(group: Group, epsilon: float, estimator: str = "grpo") -> list[Tr
     sampled tokens, and every one of them carries its sample's advantage. Unscored members are left out: they have no
     weight, and their tokens are in no denominator. Members whose advantage is 0 stay in, with has_signal False.
     """
-    scored = np.array([trajectory.score.reward is not None for trajectory in group.trajectories], dtype=bool)
-    rewards = np.array([t.score.reward if t.score.reward is not None else 0.0 for t in group.trajectories])
-    advantages = ADVANTAGES[estimator](rewards, scored, epsilon)
+    scored, advantages = group_advantages(group, epsilon, estimator)
     samples = []
     for trajectory, is_scored, advantage in zip(group.trajectories, scored, advantages, strict=True):
         completion = trajectory.completion

@@ -30,10 +30,10 @@ class Controller:
     of a step whose evaluation is still to come, so that a stop in between loses nothing.
     """
 
-    def __init__(self, parts: Parts, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, parts: Parts, state: Mapping[str, Any] | None = None, stop: StopSignal | None = None) -> None:
         self.parts = parts
         self.settings = parts.settings
-        self.stop = StopSignal()
+        self.stop = stop or StopSignal()
         self.step = 0
         self.row: dict[str, float] | None = {}
         self.last_checkpoint: int | None = None
@@ -91,14 +91,15 @@ class Controller:
         parts.watcher.samples(step, collected.groups)
         with clock.phase("sync"):
             synced = self._sync()
+        completed = completion_metrics(collected.groups)
         self.row = (
             reward_metrics(collected.groups)
-            | completion_metrics(collected.groups)
+            | completed
             | learned
             | synced
             | {"staleness/max": float(max_staleness(samples, step - 1))}
             | {"data/epoch": float(parts.cursor.epoch), "data/rows": float(step * parts.prompts_per_step)}
-            | clock.metrics(completion_metrics(collected.groups)["tokens/generated"], learned)
+            | clock.metrics(completed["tokens/generated"], learned)
         )
 
     def _finish(self) -> StepResult:
