@@ -12,6 +12,7 @@ import numpy as np
 
 from actors.weight_sync import Delivery, LoadReport, shared_blocks, tolerance
 from rl.config import Settings
+from rl.settings_checks import OWNED_ENGINE_ARGS
 from rl.types import Completion, FloatArray, IntArray, Request, Sampling, SyncReport, WeightUpdate
 
 LONGEST = 4096
@@ -22,13 +23,6 @@ LOADER = "actors.weight_sync.WeightLoader"
 
 TOKENS_PER_PASS = 4096
 """Tokens that one forward pass takes at most where prompts are not split; more if one prompt may be longer."""
-
-OURS = (
-    "model", "dtype", "seed", "max_model_len", "max_num_seqs", "tensor_parallel_size", "distributed_executor_backend",
-    "kv_cache_memory_bytes", "trust_remote_code", "generation_config", "logprobs_mode", "worker_extension_cls",
-    "skip_tokenizer_init", "disable_log_stats", "enable_chunked_prefill",
-)  # fmt: skip
-"""vLLM engine arguments that follow from other settings or from how the engine is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +71,7 @@ class EngineSpec:
         """The spec of replica ``index``. ValueError for an engine argument that another setting already decides."""
         rollout = settings.rollout
         for key in rollout.engine_args:
-            if key in OURS:
+            if key in OWNED_ENGINE_ARGS:
                 raise ValueError(
                     f"rollout.engine_args.{key}={rollout.engine_args[key]!r}: this one follows from other settings; "
                     "leave it out here"

@@ -37,6 +37,7 @@ OWNED_ENGINE_ARGS = {
     "weight_transfer_config": "",
     "load_format": "",
     "disable_log_stats": "",
+    "enable_chunked_prefill": "",
 }
 
 

@@ -118,6 +118,10 @@ def test_a_run_leaves_what_it_promises(straight: Path) -> None:
     assert rows[0]["eval/prompts"] == 16 and {"eval/pass@1", "eval/pass@2"} <= rows[0].keys()
     assert all(row["staleness/max"] == 0 and row["mismatch/max_abs"] < 1e-3 for row in rows[1:])
     assert [len(step) for step in samples(straight)] == [32] * 6
+    stored = [sample for step in samples(straight) for sample in step]
+    assert len({sample["seed"] for sample in stored}) == 6 * 32
+    assert all((sample["advantage"] is None) == (sample["reward"] is None) for sample in stored)
+    assert any(sample["advantage"] > 0 for sample in stored)
     for name in ("config.yaml", "environment.json", "placement.json"):
         assert (straight / name).stat().st_size > 0
     placement = json.loads((straight / "placement.json").read_text())["groups"]
