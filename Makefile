@@ -48,7 +48,13 @@ lint: $(STAMP)
 	$(BIN)/mypy --python-version 3.12
 	$(BIN)/mypy --python-version 3.11
 
-bench: $(STAMP)
+# The peer that bench/trl.py compares with has an environment of its own.
+.venv-trl: bench/trl-requirements.txt $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $@
+	$(BIN)/uv pip install --python $@/bin/python $(TORCH) -r $<
+	@touch $@
+
+bench: $(STAMP) .venv-trl
 	$(BIN)/python -m bench
 
 clean:

@@ -33,6 +33,8 @@ class Capabilities:
     eager: bool = False  # run without graph capture
     whole_prompts: bool = False  # a prompt must not be split over several forward passes
     bounded_cache: bool = False  # rollout.kv_cache_mb sets the key/value cache's size
+    slow_noise: bool = False  # draw by actors/cpu_sampler.py
+    block_size: int | None = None  # tokens of a block of the key/value cache; None: vLLM's own choice
 
 
 def engine_capabilities(platform: str) -> Capabilities:
@@ -44,7 +46,8 @@ def engine_capabilities(platform: str) -> Capabilities:
     if platform == "cpu":
         # After a partial prompt vLLM 0.29 winds the request's generator back, which CPU generators refuse: the engine
         # dies with "CPU Generator does not use offset".
-        return Capabilities(eager=True, whole_prompts=True, bounded_cache=True)
+        # A block is shared once it is full: at vLLM's 128 tokens short prompts would be computed for every sample.
+        return Capabilities(eager=True, whole_prompts=True, bounded_cache=True, slow_noise=True, block_size=32)
     return Capabilities(per_request_seed=platform != "tpu")
 
 
@@ -96,6 +99,8 @@ class EngineSpec:
         """Environment variables that must be set before the process imports vLLM.
 
         One thread does not spin against others; nothing is compiled for minutes on a CPU; nothing is reported home.
+        glibc keeps freed memory: it would give large blocks back to the system after each load of weights and get them
+        again page by page in the next, which takes twice as long.
         """
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -106,6 +111,9 @@ class EngineSpec:
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         }
 
 
@@ -166,7 +174,11 @@ class Engine:
             arguments["max_num_batched_tokens"] = max(arguments["max_model_len"], TOKENS_PER_PASS)
         if self.capabilities.bounded_cache:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_mb << 20
+        if self.capabilities.block_size is not None:
+            arguments["block_size"] = self.capabilities.block_size
         self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**(arguments | spec.engine_args)))
+        if self.capabilities.slow_noise:
+            self.llm.collective_rpc("parkrl_prepare")
         self.max_model_len: int = self.llm.model_config.max_model_len
         self.vocab_size: int = self.llm.model_config.get_vocab_size()
         self._shared = spec.tensor_parallel_size == 1  # the worker lives in this process

@@ -145,15 +145,9 @@ class RolloutActor:
 
         Raises RuntimeError with the traceback when a step of the engine raised.
         """
-        deadline = time.monotonic() + max_wait
-        while self._waits(ticket) and (left := deadline - time.monotonic()) > 0:
-            self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), left)
-            except TimeoutError:
-                pass
-        if 0 < len(self._finished.get(ticket, ())) < self._counts.get(ticket, 0):
-            await asyncio.sleep(BATCHING)  # others will finish meanwhile: fewer, larger answers
+        await self._news_until(lambda: not self._waits(ticket), max_wait)
+        # while some still run, others will finish: fewer, larger answers
+        await self._news_until(lambda: not self._owes(ticket), BATCHING)
         if self._failure is not None:
             raise RuntimeError(f"engine {self.spec.name} failed in a step:\n{self._failure}")
         if ticket not in self._finished:  # aborted in the meantime
@@ -163,6 +157,20 @@ class RolloutActor:
         if self._counts[ticket] == 0:
             del self._finished[ticket], self._counts[ticket]
         return CompletionBatch.of(finished)
+
+    async def _news_until(self, enough: Callable[[], bool], seconds: float) -> None:
+        """Waits until ``enough()`` after news of any ticket, at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while not enough() and (left := deadline - time.monotonic()) > 0:
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), left)
+            except TimeoutError:
+                pass
+
+    def _owes(self, ticket: int) -> bool:
+        """Whether a part of a ticket has finished and another part still runs."""
+        return self._failure is None and 0 < len(self._finished.get(ticket, ())) < self._counts.get(ticket, 0)
 
     def _waits(self, ticket: int) -> bool:
         return self._failure is None and ticket in self._finished and not self._finished[ticket]

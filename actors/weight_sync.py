@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from actors import cpu_sampler, direct_load
 from rl.types import IntArray, Probe, TensorMeta, WeightUpdate
 
 if TYPE_CHECKING:
@@ -68,20 +70,22 @@ def checksum(data: Bytes) -> str:
 def publish(flat: FlatParameters, version: int, probe: Probe, bucket_mb: int) -> WeightUpdate:
     """The learner's current weights as version ``version``; runs in the learner's process, which owns the buckets.
 
-    ``bucket_mb`` is in MiB. ``seconds`` tells flatten, checksum and put apart.
+    ``bucket_mb`` is in MiB. ``seconds`` tells flatten, put and what the checksums, taken at the same time, took longer.
     """
     import ray
 
     started = time.perf_counter()
     metas, buckets = flat.tensors(bucket_mb << 20)
     flattened = time.perf_counter()
-    checksums = tuple(checksum(bucket) for bucket in buckets)
-    summed = time.perf_counter()
-    refs = tuple(ray.put(bucket) for bucket in buckets)
+    with ThreadPoolExecutor(1) as beside:  # both only read, and neither holds the interpreter meanwhile
+        sums = beside.submit(lambda: tuple(checksum(bucket) for bucket in buckets))
+        refs = tuple(ray.put(bucket) for bucket in buckets)
+        put = time.perf_counter()
+        checksums = sums.result()
     seconds = {
         "flatten": flattened - started,
-        "checksum": summed - flattened,
-        "put": time.perf_counter() - summed,
+        "put": put - flattened,
+        "checksum": time.perf_counter() - put,
     }
     nbytes = sum(bucket.nbytes for bucket in buckets)
     return WeightUpdate(version, refs, checksums, tuple(metas), probe, nbytes, seconds)
@@ -108,9 +112,14 @@ class LoadReport:
 class WeightLoader:
     """Mixed into vLLM's worker (``worker_extension_cls``) and called by ``collective_rpc``, on whatever platform.
 
-    It names nothing of one platform: vLLM's layerwise reload re-creates each layer as it was before its weights were
-    prepared for the device, loads it, and prepares it again in place.
+    vLLM's layerwise reload, which names nothing of one platform, re-creates each layer as it was before its weights
+    were prepared for the device, loads it, and prepares it again in place. On the CPU ``actors/direct_load.py`` does
+    the same with fewer copies, for the models that it takes.
     """
+
+    def parkrl_prepare(self) -> None:
+        """Called once, before the first request."""
+        cpu_sampler.install(self.model_runner.sampler.topk_topp_sampler)  # type: ignore[attr-defined]
 
     def parkrl_load(self, delivery: Delivery) -> LoadReport:
         """Checks the checksums over the bytes that are then loaded, and loads them if they hold."""
@@ -147,9 +156,11 @@ class WeightLoader:
 
     def parkrl_apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads named tensors in the checkpoint's layout; returns the model's own names of what it loaded."""
+        model = self.parkrl_model()
+        if direct_load.takes(model):
+            return direct_load.load(model, list(weights))
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        model = self.parkrl_model()
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)
         finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
@@ -165,14 +176,14 @@ def named_tensors(metas: Sequence[TensorMeta], buckets: Sequence[Bytes]) -> Iter
     """Every named tensor as a view into its bucket; nothing is copied, so the buckets must outlive the load."""
     import torch
 
+    with warnings.catch_warnings():
+        # Arrays out of the object store are read-only and torch has no read-only tensors; a load only reads.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        flats = [torch.from_numpy(bucket) for bucket in buckets]
     for meta in metas:
         dtype: torch.dtype = getattr(torch, meta.dtype)
         nbytes = int(np.prod(meta.shape, dtype=np.int64)) * dtype.itemsize
-        raw = buckets[meta.bucket][meta.offset : meta.offset + nbytes]
-        with warnings.catch_warnings():
-            # Arrays out of the object store are read-only and torch has no read-only tensors; a load only reads.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            view = torch.from_numpy(raw).view(dtype).view(meta.shape)
+        view = flats[meta.bucket][meta.offset : meta.offset + nbytes].view(dtype).view(meta.shape)
         yield meta.name, view
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-BENCHES = ("weight_sync", "rollout", "learner", "quickstart")
+BENCHES = ("weight_sync", "rollout", "learner", "quickstart", "trl")
 OUT = Path("runs/bench")
 
 

@@ -38,3 +38,16 @@ def tiny() -> str:
 def settings(model: str, **sections: Any) -> Settings:
     base: dict[str, Any] = {"model": {"path": model}, "train": {"steps": 1}}
     return from_mapping(base | sections)
+
+
+def save_words(folder: Path, vocab: int) -> None:
+    """A tokenizer of ``vocab`` words w0, w1, ... for a random model; 0 pads, 1 ends."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(vocab - 3))]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)

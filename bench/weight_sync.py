@@ -82,6 +82,7 @@ def _measure(path: str, ids: np.ndarray) -> dict[str, Any]:
         probe = ray.get(publisher.probe.remote(ids))
         rows: list[dict[str, float]] = []
         for version in range(1, ROUNDS + 1):
+            time.sleep(2.0)  # Ray frees objects once a second: a step that is shorter would write into fresh pages
             memcpy = ray.get(publisher.memcpy.remote())
             update = ray.get(publisher.publish.remote(version, probe))
             started = time.perf_counter()
