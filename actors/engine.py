@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,9 +147,11 @@ class Engine:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.spec = spec
+        self._sampling_params = partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
         self.version = 0
         platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
         self.capabilities = engine_capabilities(platform)
@@ -193,14 +196,11 @@ class Engine:
 
     def add(self, request_id: str, token_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
         """Queues a request; it runs when ``step`` is called. The cache salt keeps versions' prefixes apart."""
-        prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self.version)}
+        prompt: Any = {"prompt_token_ids": np.asarray(token_ids).tolist(), "cache_salt": str(self.version)}
         self.llm.add_request(request_id, prompt, self._parameters(sampling, seed))
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
+        return self._sampling_params(
             n=1,
             temperature=sampling.temperature,
             top_p=1.0,
@@ -218,7 +218,6 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +120,21 @@ class LearnerGroup:
         """Each rank's own account: rank, host, pid, node_id, device, chip and slice (None where there is none)."""
         return [dict(rank) for rank in self._ranks]
 
-    def train(self, batches: Sequence[RankBatch]) -> dict[str, float]:
+    def train(self, batches: Sequence[RankBatch], meanwhile: Callable[[], None] = lambda: None) -> dict[str, float]:
         """All optimizer updates of one step; ``batches[r]`` is rank r's. Returns global metrics.
 
-        The batches are written to ``run_dir/batches`` while the ranks train, and kept until ``checkpointed``.
-        Raises RuntimeError when a rank raised, hung past ``learner.step_timeout`` or died once too often.
+        ``meanwhile`` is called once while the ranks train. The batches are written to ``run_dir/batches`` in that time
+        too, and kept until ``checkpointed``. Raises RuntimeError when a rank raised, hung past ``learner.step_timeout``
+        or died once too often.
         """
         assert len(batches) == self.world_size, (len(batches), self.world_size)
         step = batches[0].step
-        answers = self._call_or_restart("train", {"batches": batches}, on_posted=lambda: self._hold(step, batches))
+
+        def on_posted() -> None:
+            self._hold(step, batches)
+            meanwhile()
+
+        answers = self._call_or_restart("train", {"batches": batches}, on_posted)
         return answers[0]
 
     def publish(self, version: int) -> WeightUpdate:

@@ -84,7 +84,7 @@ class RolloutPool:
         except RayError as error:
             raise RuntimeError(f"engine {member.spec.name} did not start: {error}") from error
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[str, Completion]]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[tuple[str, Completion]]]:
         """Yields (request_id, completion) as they finish; every request exactly once.
 
         All requests of a group (the request id up to its last ":") go to one engine, groups in turn to the engines in
@@ -118,7 +118,7 @@ class RolloutPool:
         ticket: int,
         running: dict[int, int],
         polls: dict[Any, int],
-    ) -> Iterator[tuple[str, Completion]]:
+    ) -> Iterator[list[tuple[str, Completion]]]:
         """Polls the engines until nothing is running; ``running`` counts down what each still owes."""
         limit = self.settings.rollout.step_timeout
         last = time.monotonic()
@@ -133,9 +133,7 @@ class RolloutPool:
                 else:
                     del running[i]
                 if finished.indices:
-                    last = time.monotonic()
-                for index, completion in finished:
-                    yield shares[i][index].request_id, completion
+                    yield [(shares[i][index].request_id, completion) for index, completion in finished]
                     last = time.monotonic()  # the time that the caller took is not the engines'
             if polls and time.monotonic() - last >= limit:
                 owed = ", ".join(f"{usable[i].spec.name} owes {n}" for i, n in running.items())

@@ -7,6 +7,7 @@ again sample by sample when it misses it or ends its process.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import sys
@@ -38,9 +39,10 @@ class Supervisor:
         """Waits until every process has loaded the components; what went wrong, or None."""
         return await self._threads.wait_ready()
 
-    async def grade(self, payload: bytes, count: int) -> tuple[str, Any]:
-        """("parts", one list of parts per completion) or ("contract" | "failed", text)."""
-        return await self._threads.grade(payload, count)
+    async def grade(self, payloads: Sequence[bytes], counts: Sequence[int]) -> list[tuple[str, Any]]:
+        """For every group ("parts", one list of parts per completion) or ("contract" | "failed", text)."""
+        jobs = [self._threads.grade(payload, count) for payload, count in zip(payloads, counts, strict=True)]
+        return await asyncio.gather(*jobs)
 
     async def pids(self) -> list[int]:
         """The grader processes that are running now."""
@@ -53,10 +55,10 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A group that is being graded."""
+    """Groups that one supervisor is grading."""
 
-    job: GradeJob
-    payload: bytes
+    jobs: Sequence[GradeJob]
+    payloads: Sequence[bytes]
     reference: Any
     supervisor: int
 
@@ -111,51 +113,51 @@ class RewardPool:
             raise
         return pool
 
-    def submit(self, job: GradeJob) -> Ticket:
-        """Begins to grade a group on the node with the fewest open groups."""
-        assert len(job.texts) == len(job.token_counts) == len(job.finish_reasons) > 0, job.group_id
-        group: Samples = {
-            "prompt_id": job.prompt.prompt_id,
-            "prompt": job.prompt.text,
-            "answer": job.prompt.answer,
-            "messages": job.prompt.messages,
-            "columns": dict(job.prompt.columns),
-            "completions": job.texts,
-            "token_counts": job.token_counts,
-            "finish_reasons": job.finish_reasons,
-            "max_new_tokens": job.max_new_tokens,
-        }
-        return self._submit(job, pickle.dumps(group))
+    def submit(self, jobs: Sequence[GradeJob]) -> list[Ticket]:
+        """Begins to grade groups, dealt out to the nodes; those with the fewest open groups come first."""
+        living = self._living()
+        share = -(-len(jobs) // len(living))
+        parts = [jobs[first : first + share] for first in range(0, len(jobs), share)]
+        return [
+            self._send(number, part, [_payload(job) for job in part])
+            for number, part in zip(living, parts, strict=False)
+        ]
 
-    def _submit(self, job: GradeJob, payload: bytes) -> Ticket:
+    def _living(self) -> list[int]:
         living = [number for number in range(len(self._supervisors)) if number not in self._lost]
         if not living:
             raise RuntimeError("no reward supervisor is left: start the reward pool again")
-        number = min(living, key=lambda n: (self._open[n], n))
-        self._open[number] += 1
-        reference = self._supervisors[number][1].grade.remote(payload, len(job.texts))
-        return Ticket(job, payload, reference, number)
+        return sorted(living, key=lambda number: (self._open[number], number))
 
-    def result(self, handle: Ticket) -> list[Score]:
-        """Waits; one score per completion, in order.
+    def _send(self, number: int, jobs: Sequence[GradeJob], payloads: Sequence[bytes]) -> Ticket:
+        self._open[number] += len(jobs)
+        reference = self._supervisors[number][1].grade.remote(payloads, [len(job.texts) for job in jobs])
+        return Ticket(jobs, payloads, reference, number)
+
+    def result(self, handle: Sequence[Ticket]) -> list[list[Score]]:
+        """Waits; for every group in order one score per completion, in order.
 
         Raises RewardContractError (a ValueError) when a batch function returned what cannot be matched with its
         completions, RuntimeError when graders cannot be replaced or no supervisor is left. A group whose node was
         lost is graded again on another.
         """
+        return [self._scores(kind, value) for ticket in handle for kind, value in self._wait(ticket)]
+
+    def _wait(self, ticket: Ticket) -> list[tuple[str, Any]]:
         while True:
-            number = handle.supervisor
+            number = ticket.supervisor
             try:
-                kind, value = ray.get(handle.reference)
-                break
+                return ray.get(ticket.reference)
             except RayActorError as error:
                 self._lost.add(number)
                 node = self._supervisors[number][0]
                 if len(self._lost) == len(self._supervisors):
                     raise RuntimeError(f"the reward supervisor on node {node} died: {error}") from error
-                handle = self._submit(handle.job, handle.payload)
+                ticket = self._send(self._living()[0], ticket.jobs, ticket.payloads)
             finally:
-                self._open[number] -= 1
+                self._open[number] -= len(ticket.jobs)
+
+    def _scores(self, kind: str, value: Any) -> list[Score]:
         if kind == "contract":
             raise RewardContractError(value)
         if kind == "failed":
@@ -182,3 +184,19 @@ class RewardPool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _payload(job: GradeJob) -> bytes:
+    assert len(job.texts) == len(job.token_counts) == len(job.finish_reasons) > 0, job.group_id
+    group: Samples = {
+        "prompt_id": job.prompt.prompt_id,
+        "prompt": job.prompt.text,
+        "answer": job.prompt.answer,
+        "messages": job.prompt.messages,
+        "columns": dict(job.prompt.columns),
+        "completions": job.texts,
+        "token_counts": job.token_counts,
+        "finish_reasons": job.finish_reasons,
+        "max_new_tokens": job.max_new_tokens,
+    }
+    return pickle.dumps(group)

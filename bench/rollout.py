@@ -83,7 +83,7 @@ def _measure(name: str, path: str, *, vocab: int, length: int, tokens: int, coun
             sampling = Sampling(tokens, 1.0, ())
             requests = [Request(f"{turn}:{i}:0", p, sampling, 1000 * turn + i) for i, p in enumerate(prompts)]
             started = time.perf_counter()
-            ours = sum(len(completion.token_ids) for _, completion in pool.generate(requests))
+            ours = sum(len(completion.token_ids) for bunch in pool.generate(requests) for _, completion in bunch)
             our_rate = ours / (time.perf_counter() - started)
             seeds = [request.seed for request in requests]
             theirs, seconds = ray.get(bare.generate.remote([p.tolist() for p in prompts], seeds, tokens))

@@ -128,7 +128,7 @@ def ragged(folder: Path) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     steps, prompts, group = 5, 16, 8
     words = [" ".join(f"w{n}" for n in rng.integers(0, 8000, rng.integers(8, 65))) for _ in range(steps * prompts)]
-    write_rows(folder / "rows.jsonl", ({"prompt": text, "answer": ""} for text in words))
+    write_rows(folder / "rows.jsonl", ({"prompt": text, "answer": "-"} for text in words))
     # 32 to 256 tokens, mean 95: a few long answers among many short ones
     drawn = np.clip(32 + rng.exponential(70, (steps, prompts * group)), 32, 256).astype(int)
     lengths = tuple(tuple(map(int, row)) for row in drawn)
@@ -154,7 +154,7 @@ class ForcedLengths:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[str, Completion]]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[tuple[str, Completion]]]:
         lengths = next(self._lengths)
         for each, length in zip(requests, lengths, strict=True):
             assert each.sampling.max_new_tokens >= length, (each.sampling, length)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from rl.protocols import Grader, RolloutEngine
-from rl.types import Completion, GradeJob, Group, IntArray, Prompt, Request, Sampling, Trajectory
+from rl.types import Completion, GradeJob, Group, IntArray, Prompt, Request, Sampling, Score, Trajectory
 
 Decode = Callable[[IntArray], str]
 
@@ -60,26 +61,33 @@ def collect(
     arrived: dict[str, dict[int, Completion]] = {group_id: {} for group_id in group_ids}
     by_id = dict(zip(group_ids, prompts, strict=True))
     texts: dict[str, tuple[str, ...]] = {}
-    handles = {}
-    for request_id, completion in engine.generate(requests):
-        group_id, _, index = request_id.rpartition(":")
-        members = arrived[group_id]
-        assert int(index) not in members, f"{request_id} came twice"
-        members[int(index)] = completion
-        if len(members) == samples:
-            texts[group_id] = tuple(decode(members[each].token_ids) for each in range(samples))
-            handles[group_id] = grader.submit(_job(group_id, by_id[group_id], members, texts[group_id], sampling))
+    handles: list[tuple[list[str], Any]] = []
+    for bunch in engine.generate(requests):
+        complete = []
+        for request_id, completion in bunch:
+            group_id, _, index = request_id.rpartition(":")
+            members = arrived[group_id]
+            assert int(index) not in members, f"{request_id} came twice"
+            members[int(index)] = completion
+            if len(members) == samples:
+                complete.append(group_id)
+                texts[group_id] = tuple(decode(members[each].token_ids) for each in range(samples))
+        if complete:
+            jobs = [_job(name, by_id[name], arrived[name], texts[name], sampling) for name in complete]
+            handles.append((complete, grader.submit(jobs)))
     generated = time.monotonic()
-    missing = [group_id for group_id in group_ids if group_id not in handles]
+    missing = [group_id for group_id in group_ids if group_id not in texts]
     assert not missing, f"the engine ended without all completions of {missing}"
+    scores: dict[str, list[Score]] = {}
+    for names, handle in handles:
+        scores.update(zip(names, grader.result(handle), strict=True))
     groups = []
     for group_id in group_ids:
-        scores = grader.result(handles[group_id])
-        assert len(scores) == samples, (group_id, len(scores), samples)
         trajectories = tuple(
-            Trajectory(group_id, index, arrived[group_id][index], texts[group_id][index], scores[index])
-            for index in range(samples)
+            Trajectory(group_id, index, arrived[group_id][index], texts[group_id][index], score)
+            for index, score in enumerate(scores[group_id])
         )
+        assert len(trajectories) == samples, (group_id, len(trajectories), samples)
         groups.append(Group(group_id, by_id[group_id], trajectories))
     return Collected(groups, generated - started, time.monotonic() - generated)
 

@@ -84,11 +84,10 @@ class Controller:
         if not samples:
             parts.watcher.warn(f"step {step}: no sample could be scored; the weights stay as they are")
         with clock.phase("train"):
-            learned = parts.learner.train(batches)
+            learned = parts.learner.train(batches, meanwhile=lambda: parts.watcher.samples(step, collected.groups))
         self.step = step  # from here on the learner is a step further, and so are we
         self._saving = {}
         self.row = None
-        parts.watcher.samples(step, collected.groups)
         with clock.phase("sync"):
             synced = self._sync()
         completed = completion_metrics(collected.groups)

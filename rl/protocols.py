@@ -5,7 +5,7 @@ The real ones live in ``actors/`` and run on Ray. Tests of the controller use pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ from rl.types import Completion, GradeJob, RankBatch, Request, Score, SyncReport
 class RolloutEngine(Protocol):
     """Something that samples: one engine or a pool of them."""
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[str, Completion]]:
-        """Yields (request_id, completion) in the order in which they finish; every request exactly once.
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[tuple[str, Completion]]]:
+        """Yields what has finished, as (request_id, completion), whenever something has; every request exactly once.
 
         Raises RuntimeError naming the engine and its last words when no engine that may be sampled from is left.
         """
@@ -36,8 +36,11 @@ class Learner(Protocol):
 
     world_size: int
 
-    def train(self, batches: Sequence[RankBatch]) -> dict[str, float]:
-        """All optimizer updates of one step; ``batches[r]`` is rank r's. Returns global metrics (``policy/...``)."""
+    def train(self, batches: Sequence[RankBatch], meanwhile: Callable[[], None]) -> dict[str, float]:
+        """All optimizer updates of one step; ``batches[r]`` is rank r's. Returns global metrics (``policy/...``).
+
+        ``meanwhile`` is called once, after the work has been handed out.
+        """
         ...
 
     def publish(self, version: int) -> WeightUpdate:
@@ -56,12 +59,12 @@ class Learner(Protocol):
 class Grader(Protocol):
     """Grades groups beside generation."""
 
-    def submit(self, job: GradeJob) -> Any:
-        """Begins to grade a group; returns a handle for ``result``."""
+    def submit(self, jobs: Sequence[GradeJob]) -> Any:
+        """Begins to grade groups; returns a handle for ``result``."""
         ...
 
-    def result(self, handle: Any) -> list[Score]:
-        """Waits; one score per completion, in the group's order."""
+    def result(self, handle: Any) -> list[list[Score]]:
+        """Waits; for every group in order one score per completion, in the group's order."""
         ...
 
 

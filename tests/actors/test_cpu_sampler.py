@@ -13,7 +13,7 @@ import torch
 from actors.cpu_sampler import draw, forward, uniforms
 from actors.pool import RolloutPool
 from rl.types import Request, Sampling
-from tests.actors.tiny_models import make_model, settings
+from tests.actors.tiny_models import make_model, sample, settings
 
 
 def test_a_draw_is_the_inverse_of_the_running_sum() -> None:
@@ -61,7 +61,7 @@ def test_an_engine_draws_each_token_as_often_as_it_says(ray_cluster: Any, tmp_pa
         requests = [Request(f"0:0:{i}", prompt, Sampling(1, 1.0, ()), 1_000_003 * i + 17) for i in range(count)]
         seen: dict[int, int] = {}
         said: dict[int, float] = {}
-        for _, completion in pool.generate(requests):
+        for completion in sample(pool, requests).values():
             token = int(completion.token_ids[0])
             seen[token] = seen.get(token, 0) + 1
             said[token] = math.exp(completion.rollout_logprobs[0])

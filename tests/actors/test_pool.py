@@ -15,7 +15,7 @@ from actors.pool import RolloutPool, _split
 from actors.weight_sync import publish
 from rl.flat import FlatParameters
 from rl.types import Completion, Request, Sampling
-from tests.actors.tiny_models import VOCABULARY, group, logprobs, make_model, probe_of, settings
+from tests.actors.tiny_models import VOCABULARY, group, logprobs, make_model, probe_of, sample, settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 PROMPT = [1, *range(10, 40)]
@@ -55,9 +55,8 @@ def test_groups_go_in_turn_and_stay_together() -> None:
 
 def test_every_request_is_answered_once_and_means_what_it_says(pool: RolloutPool, model: Any) -> None:
     requests = [r for g in range(6) for r in group(PROMPT[: 10 + g], f"0:{g}", 4, 24, temperature=0.7)]
-    answers = list(pool.generate(requests))
-    assert sorted(name for name, _ in answers) == sorted(request.request_id for request in requests)
-    completions = dict(answers)
+    completions = sample(pool, requests)
+    assert sorted(completions) == sorted(request.request_id for request in requests)
     for request in requests:
         _check(completions[request.request_id], request, model)
     reasons = {completion.finish_reason for completion in completions.values()}
@@ -82,7 +81,7 @@ def test_greedy_is_the_most_likely_continuation(pool: RolloutPool, model: Any) -
     import torch
 
     sampling = Sampling(8, 0.0, ())
-    answers = dict(pool.generate([Request("0:0:0", np.asarray(PROMPT, np.int32), sampling, 0)]))
+    answers = sample(pool, [Request("0:0:0", np.asarray(PROMPT, np.int32), sampling, 0)])
     sequence = list(PROMPT)
     for _ in range(8):
         with torch.no_grad():
@@ -96,7 +95,7 @@ def test_the_same_requests_give_the_same_bits(pool: RolloutPool) -> None:
     for _ in range(2):
         pool.reset_cache()
         runs.append(
-            {name: (c.token_ids.tobytes(), c.rollout_logprobs.tobytes()) for name, c in pool.generate(requests)}
+            {name: (c.token_ids.tobytes(), c.rollout_logprobs.tobytes()) for name, c in sample(pool, requests).items()}
         )
     assert runs[0] == runs[1]
     samples = {tokens for tokens, _ in runs[0].values()}
@@ -105,7 +104,7 @@ def test_the_same_requests_give_the_same_bits(pool: RolloutPool) -> None:
 
 def test_more_prompt_tokens_than_one_pass_takes(pool: RolloutPool) -> None:
     requests = [r for g in range(40) for r in group([g + 3, *([5] * 299)], f"0:{g}", 1, 2)]  # 12,000 > 2 x 4,096
-    assert len(dict(pool.generate(requests))) == 40
+    assert len(sample(pool, requests)) == 40
 
 
 def test_a_prompt_over_the_limit_is_refused_before_anything_runs(pool: RolloutPool) -> None:
@@ -119,10 +118,10 @@ def test_an_abandoned_iterator_leaves_nothing_running(pool: RolloutPool) -> None
     sampling = Sampling(300, 1.0, ())
     long = [Request(f"0:{i}:0", np.asarray(PROMPT, np.int32), sampling, i) for i in range(8)]
     answers = pool.generate(group(PROMPT, "1:0", 1, 1) + long)
-    assert next(answers)[0] == "1:0:0"
+    assert [name for name, _ in next(answers)] == ["1:0:0"]
     answers.close()
     assert unfinished(pool) == [0, 0]
-    assert len(dict(pool.generate(group(PROMPT, "0:0", 3)))) == 3
+    assert len(sample(pool, group(PROMPT, "0:0", 3))) == 3
 
 
 def test_described_by_themselves(pool: RolloutPool) -> None:
@@ -145,7 +144,7 @@ def test_a_zero_head_makes_every_engine_uniform(pool: RolloutPool, model: Any, f
         ("rollout-1", 1, True),
     ]
     requests = [r for g in range(4) for r in group(PROMPT, f"0:{g}", 2)]
-    for completion in dict(pool.generate(requests)).values():
+    for completion in sample(pool, requests).values():
         np.testing.assert_allclose(completion.rollout_logprobs, -np.log(VOCABULARY), atol=1e-5)
         assert completion.version_spans == ((1, len(completion.token_ids)),)
 
@@ -155,9 +154,9 @@ def test_a_dead_engine_is_named_with_its_last_words(pool: RolloutPool) -> None:
     started = time.monotonic()
     os.kill(pool.members[1].facts["pid"], 9)
     with pytest.raises(RuntimeError, match=r"(?s)engine rollout-1 was lost while sampling: .*end of .*\.err"):
-        dict(pool.generate([r for g in range(4) for r in group(PROMPT, f"0:{g}", 2)]))
+        sample(pool, [r for g in range(4) for r in group(PROMPT, f"0:{g}", 2)])
     assert time.monotonic() - started < 30
-    assert len(dict(pool.generate(group(PROMPT, "0:0", 2)))) == 2, "the living one is still sampled from"
+    assert len(sample(pool, group(PROMPT, "0:0", 2))) == 2, "the living one is still sampled from"
 
 
 def test_a_model_that_is_not_there_names_the_engine(ray_cluster: Any, tmp_path: Path) -> None:

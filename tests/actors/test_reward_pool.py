@@ -37,7 +37,8 @@ def pool(*functions: str, workers: int = 2, timeout: float = 10.0, memory_mb: in
 
 
 def grade(graders: RewardPool, texts: list[str], answer: object = "4") -> list[Score]:
-    return graders.result(graders.submit(job(texts, answer)))
+    (scores,) = graders.result(graders.submit([job(texts, answer)]))
+    return scores
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -103,8 +104,8 @@ def test_fifty_hangs_do_not_drain_the_pool(ray_cluster: object) -> None:
 def test_slow_samples_run_side_by_side_and_keep_their_order(ray_cluster: object) -> None:
     with pool(TROUBLE + "slow", workers=8) as graders:
         start = time.monotonic()
-        handles = [graders.submit(job([str(8 * number + one) for one in range(8)])) for number in range(4)]
-        scores = [score for handle in handles for score in graders.result(handle)]
+        handles = [graders.submit([job([str(8 * number + one) for one in range(8)])]) for number in range(4)]
+        scores = [score for handle in handles for group in graders.result(handle) for score in group]
         assert 2.0 <= time.monotonic() - start < 4.0
         assert [score.reward for score in scores] == [float(one) for one in range(32)]
 
@@ -112,10 +113,10 @@ def test_slow_samples_run_side_by_side_and_keep_their_order(ray_cluster: object)
 def test_a_finished_group_is_there_before_a_slow_one(ray_cluster: object) -> None:
     with pool(TROUBLE + "trouble", workers=2, timeout=3.0) as graders:
         start = time.monotonic()
-        slow = graders.submit(job(["sleep"]))
+        slow = graders.submit([job(["sleep"])])
         assert [score.outcome for score in grade(graders, ["a", "b"])] == ["ok", "ok"]
         assert time.monotonic() - start < 2.0
-        assert graders.result(slow)[0].outcome == "timeout"
+        assert graders.result(slow)[0][0].outcome == "timeout"
 
 
 def test_a_batch_function_that_hangs_is_run_again_sample_by_sample(ray_cluster: object) -> None:
@@ -208,8 +209,8 @@ def test_little_overhead(ray_cluster: object) -> None:
         seconds = []
         for _ in range(4):
             start = time.monotonic()
-            handles = [graders.submit(job(["a"] * 8)) for _ in range(32)]
-            assert sum(len(graders.result(handle)) for handle in handles) == 256
+            scores = graders.result(graders.submit([job(["a"] * 8) for _ in range(32)]))
+            assert [len(group) for group in scores] == [8] * 32
             seconds.append(time.monotonic() - start)
         assert min(seconds) < 0.5  # about 0.035 s on two idle cores
 
@@ -218,7 +219,7 @@ def test_nothing_is_left_after_close(ray_cluster: object) -> None:
     with pool(TROUBLE + "trouble", workers=3) as graders:
         pids = graders.pids()
         assert len(alive(pids)) == 3
-        graders.submit(job(["busy"] * 2))
+        graders.submit([job(["busy"] * 2)])
         time.sleep(0.3)
     assert alive(pids) == []
     graders.close()
@@ -227,7 +228,7 @@ def test_nothing_is_left_after_close(ray_cluster: object) -> None:
 def test_processes_die_with_their_supervisor_and_the_error_names_it(ray_cluster: object) -> None:
     with pool(TROUBLE + "trouble", timeout=60.0) as graders:
         pids = graders.pids()
-        handle = graders.submit(job(["busy"]))
+        handle = graders.submit([job(["busy"])])
         time.sleep(0.3)
         psutil.Process(pids[0]).parent().kill()
         with pytest.raises(RuntimeError, match=r"reward supervisor on node .* died"):

@@ -16,7 +16,7 @@ from actors.pool import RolloutPool
 from actors.weight_sync import checksum, named_tensors, probe_ids, publish, shared_blocks, tolerance
 from rl.flat import FlatParameters
 from rl.types import Completion, TensorMeta, WeightUpdate
-from tests.actors.tiny_models import group, logprobs, make_model, probe_of, settings
+from tests.actors.tiny_models import group, logprobs, make_model, probe_of, sample, settings
 
 LONG_PROMPT = [1, *(3 + (7 * i) % 60 for i in range(160))]  # over 4 cache blocks of 32
 
@@ -47,7 +47,7 @@ def cold(ray_cluster: Any, new: Any, folder: Path) -> Iterator[dict[str, Complet
 
 
 def ask(pool: RolloutPool) -> dict[str, Completion]:
-    return dict(pool.generate(group(LONG_PROMPT, "0:0", 8) + group(LONG_PROMPT[:140], "0:1", 4)))
+    return sample(pool, group(LONG_PROMPT, "0:0", 8) + group(LONG_PROMPT[:140], "0:1", 4))
 
 
 def update_of(model: Any, version: int, bucket_mb: int = 1) -> WeightUpdate:
@@ -116,7 +116,7 @@ def test_a_planted_fault_is_caught_and_the_engine_not_sampled_from(
     (folder / "faulty" / "fault").unlink()
     (report,) = faulty.load_weights(update_of(sent, 4))
     assert report.verified, "the same engine, loaded properly, is trusted again"
-    (completion,) = dict(faulty.generate(group(LONG_PROMPT, "0:0", 1))).values()
+    (completion,) = sample(faulty, group(LONG_PROMPT, "0:0", 1)).values()
     sequence = np.concatenate([LONG_PROMPT, completion.token_ids])
     expected = logprobs(sent, sequence)[len(LONG_PROMPT) - 1 :]
     np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl.config import Settings
-from rl.types import Probe, Request, Sampling
+from rl.types import Completion, Probe, Request, Sampling
 
 VOCABULARY = 64
 LENGTH = 512
@@ -60,6 +60,13 @@ def group(prompt: Any, group_id: str, size: int, max_new_tokens: int = 12, tempe
     sampling = Sampling(max_new_tokens, temperature, (2,))
     token_ids = np.asarray(prompt, np.int32)
     return [Request(f"{group_id}:{i}", token_ids, sampling, 1000 + i) for i in range(size)]
+
+
+def sample(pool: Any, requests: list[Request]) -> dict[str, Completion]:
+    """All answers by request id."""
+    answers = [answer for bunch in pool.generate(requests) for answer in bunch]
+    assert len({name for name, _ in answers}) == len(answers)
+    return dict(answers)
 
 
 def settings(**rollout: Any) -> Settings:

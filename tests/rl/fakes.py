@@ -46,7 +46,7 @@ class FakeEngine:
     verified: bool = True
     before_each: Callable[[Request], None] = lambda request: None
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[str, Completion]]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[tuple[str, Completion]]]:
         assert self.version is not None, "sampled from an engine without weights"
         self.log.append(
             ("generate", self.version, [(r.request_id, tuple(r.token_ids.tolist()), r.seed) for r in requests])
@@ -55,10 +55,8 @@ class FakeEngine:
             self.before_each(request)
             token = (request.seed + self.version) % 2 if request.sampling.temperature > 0 else self.version % 2
             ids = np.array([token, 7], dtype=np.int32)
-            yield (
-                request.request_id,
-                Completion(ids, np.array([-0.5, -0.1], dtype=np.float32), "stop", ((self.version, 2),)),
-            )
+            logprobs = np.array([-0.5, -0.1], dtype=np.float32)
+            yield [(request.request_id, Completion(ids, logprobs, "stop", ((self.version, 2),)))]
 
     def load_weights(self, update: WeightUpdate) -> list[SyncReport]:
         self.log.append(("load", update.version))
@@ -79,8 +77,9 @@ class FakeLearner:
     kept_until: int = 0
     before_train: Callable[[int], None] = lambda step: None
 
-    def train(self, batches: Sequence[RankBatch]) -> dict[str, float]:
+    def train(self, batches: Sequence[RankBatch], meanwhile: Callable[[], None]) -> dict[str, float]:
         self.before_train(batches[0].step)
+        meanwhile()
         assert batches[0].step == self.steps + 1, (batches[0].step, self.steps)
         self.steps += 1
         self.trained.append(list(batches))
@@ -104,17 +103,16 @@ class FakeGrader:
     order: list[str] = field(default_factory=list)
     force: Callable[[GradeJob, int], Score | None] = lambda job, index: None
 
-    def submit(self, job: GradeJob) -> GradeJob:
-        self.order.append(job.group_id)
-        return job
+    def submit(self, jobs: Sequence[GradeJob]) -> Sequence[GradeJob]:
+        self.order += [job.group_id for job in jobs]
+        return jobs
 
-    def result(self, handle: GradeJob) -> list[Score]:
-        scores = []
-        for index, text in enumerate(handle.texts):
-            right = text.startswith("1")
-            forced = self.force(handle, index)
-            scores.append(forced or Score(float(right), "ok" if right else "wrong", {"task": float(right)}))
-        return scores
+    def result(self, handle: Sequence[GradeJob]) -> list[list[Score]]:
+        return [[self._score(job, index) for index in range(len(job.texts))] for job in handle]
+
+    def _score(self, job: GradeJob, index: int) -> Score:
+        right = job.texts[index].startswith("1")
+        return self.force(job, index) or Score(float(right), "ok" if right else "wrong", {"task": float(right)})
 
 
 @dataclass
