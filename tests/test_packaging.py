@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -71,6 +72,36 @@ def test_the_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     name, place = done.stdout.split()
     assert name == "quickstart" and Path(place).is_relative_to(site), "the wheel, not the checkout"
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_a_run_of_the_installed_wheel_needs_nothing_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """An environment that knows the wheel and the libraries, not the checkout; Ray's workers live elsewhere."""
+    venv, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    site = next((venv / "lib").glob("python3.*")) / "site-packages"
+    zipfile.ZipFile(wheel).extractall(site)
+    # a folder named in a .pth file is searched, its own .pth files (the checkout's) are not read
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (elsewhere / "rows.jsonl").write_text('{"prompt": "sort 31=", "answer": "13"}\n' * 4)
+    (elsewhere / "mine.py").write_text(
+        "def reward(completion, answer):\n    return float(completion[:1] == answer[:1])\n"
+    )
+    (elsewhere / "run.yaml").write_text(
+        "run: {output_dir: out}\ndata: {train: rows.jsonl}\nrewards: [{function: 'mine.py:reward'}]\n"
+        "rollout: {prompts_per_step: 2, max_new_tokens: 4, kv_cache_mb: 32}\ntrain: {steps: 1}\n"
+    )
+    place = "import rl; print(rl.__file__)"
+    keep = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    python = str(venv / "bin" / "python")
+    found = subprocess.run([python, "-c", place], cwd=elsewhere, env=keep, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).is_relative_to(venv)
+    command = [python, "-P", "-m", "actors.cli", "train", "run.yaml"]
+    done = subprocess.run(command, cwd=elsewhere, env=keep, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert len((elsewhere / "out" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_wheel_brings_the_command_and_the_licence(wheel: Path) -> None:

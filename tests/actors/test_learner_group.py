@@ -7,10 +7,12 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -194,6 +196,41 @@ def test_one_worker_saves_resumes_publishes_and_says_why_it_failed(ray_cluster, 
         assert group.restarts == 0  # it would only fail again
     finally:
         group.close()
+
+
+@pytest.mark.ray
+def test_a_kill_in_the_middle_of_a_step_costs_nothing_and_the_last_one_ends_the_run(ray_cluster, model_path, tmp_path):
+    expected_metrics, _ = train_here(model_path, 2)
+    group = LearnerGroup.start(make_settings(max_restarts=1), model_path, tmp_path, TOTAL, None)
+
+    def kill() -> None:
+        os.kill(group.describe()[0]["pid"], signal.SIGKILL)
+
+    try:
+        metrics = [group.train(batches(0, 1)), group.train(batches(1, 1), meanwhile=kill)]
+        assert metrics == expected_metrics and group.restarts == 1
+        with pytest.raises(RuntimeError, match=r"died in 'train' and was restarted 1 times already.*max_restarts=1"):
+            group.train(batches(2, 1), meanwhile=kill)
+    finally:
+        group.close()
+
+
+@pytest.mark.ray
+def test_a_rank_that_hangs_is_not_waited_for_for_ever(ray_cluster, model_path, tmp_path):
+    group = LearnerGroup.start(make_settings(step_timeout=4.0), model_path, tmp_path, TOTAL, None)
+    pid = group.describe()[0]["pid"]
+    try:
+        group.train(batches(0, 1))
+        with pytest.raises(
+            RuntimeError, match=rf"did not finish 'train' within learner.step_timeout=4 s.*'pid': {pid}"
+        ):
+            group.train(batches(1, 1), meanwhile=lambda: os.kill(pid, signal.SIGSTOP))
+    finally:
+        group.close()
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the rank that hangs is still there"
+        time.sleep(0.2)
 
 
 @pytest.mark.ray
