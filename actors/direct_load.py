@@ -50,6 +50,7 @@ class Collector:
             raise RuntimeError(f"{self.layer.prefix}.weight of shape {self.shape} cannot be made of {shapes}")
         import torch
 
+        self.layer.cpu_linear = None  # the old packed weight goes first, so that the new one takes its very place
         self.layer.weight = torch.nn.Parameter(whole.to(self.layer.params_dtype), requires_grad=False)
         self.layer.quant_method.process_weights_after_loading(self.layer)
 
@@ -118,5 +119,6 @@ def load(model: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
             collector.finish()
         for layer in layers:
             if isinstance(layer, VocabParallelEmbedding):  # packed for its use as a head
+                layer.cpu_linear = None
                 layer.quant_method.process_weights_after_loading(layer)
     return loaded

@@ -2,7 +2,8 @@
 
 ``small``: builtin:small for 80 steps on seeds 0, 1, 2: seconds per step, training seconds until the sampled accuracy
 reaches 0.80, final accuracies. ``ragged``: a random 20M Llama, 16 prompts x 8 answers of 32 to 256 tokens, the lengths
-from one list; 5 steps, seconds per step only. TRL runs in ``.venv-trl``, which ``make bench`` makes.
+from one list; 5 steps, seconds per step only. Each engine, each learner and TRL have two threads, but for ``one_thread``.
+TRL runs in ``.venv-trl``, which ``make bench`` makes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def run() -> dict[str, Any]:
     if not PYTHON.exists():
         sys.exit(f"{PYTHON} is missing: run `make {PYTHON.parent.parent}` first")
     with tempfile.TemporaryDirectory(prefix="prl-b-", dir="/tmp") as made:
-        return ragged(Path(made) / "ragged") | small(Path(made) / "small")
+        folder = Path(made)
+        return ragged(folder / "ragged") | small(folder / "small") | one_thread(folder / "one-thread")
 
 
 # -- builtin:small -----------------------------------------------------------------------------------------------------
@@ -81,6 +83,21 @@ def small(folder: Path) -> dict[str, Any]:
             found[f"small: {side} {name}"] = [round(each[name], 3) for each in rows_of]
     ratios = [mine["s/step"] / other["s/step"] for mine, other in zip(results["ours"], results["TRL"], strict=True)]
     return found | {"small: ours / TRL s/step (target <= 1)": statistics.median(ratios)}
+
+
+def one_thread(folder: Path) -> dict[str, Any]:
+    """The first 40 steps of ``small`` once more, with one thread for each engine, learner and TRL."""
+    write_rows(folder / "rows.jsonl", Sort(min_digits=6, max_digits=8).rows("train", 40 * 32, 0))
+    spec = Spec(
+        resolve_model("builtin:small"), str(folder / "rows.jsonl"), "", 0, 40, 32, 8, 2, 128, 10, 5e-4, 10, 0, threads=1
+    )
+    mine, _ = ours(replace(spec, out=str(folder / "ours")))
+    other, _ = theirs(replace(spec, out=str(folder / "TRL")))
+    return {
+        "one thread: ours s/step": statistics.median(mine),
+        "one thread: TRL s/step": statistics.median(other),
+        "one thread: ours / TRL s/step": statistics.median(mine) / statistics.median(other),
+    }
 
 
 def judge(seconds: Sequence[float], models: dict[int, Path]) -> dict[str, float]:

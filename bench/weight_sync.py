@@ -15,7 +15,7 @@ from actors.pool import RolloutPool
 from bench.models import save_llama, settings
 from rl.types import Probe, WeightUpdate
 
-ROUNDS = 7
+ROUNDS = 11
 
 
 class Publisher:
