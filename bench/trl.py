@@ -2,8 +2,8 @@
 
 ``small``: builtin:small for 80 steps on seeds 0, 1, 2: seconds per step, training seconds until the sampled accuracy
 reaches 0.80, final accuracies. ``ragged``: a random 20M Llama, 16 prompts x 8 answers of 32 to 256 tokens, the lengths
-from one list; 5 steps, seconds per step only. Each engine, each learner and TRL have two threads, but for ``one_thread``.
-TRL runs in ``.venv-trl``, which ``make bench`` makes.
+from one list; 5 steps, seconds per step only. Each engine, each learner and TRL have two threads, but for
+``one_thread``. TRL runs in ``.venv-trl``, which ``make bench`` makes.
 """
 
 from __future__ import annotations
