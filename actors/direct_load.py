@@ -107,7 +107,7 @@ def load(model: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    layers = list(model.modules())
+    layers: list[Any] = list(model.modules())
     with torch.no_grad():
         collectors = [Collector(layer, weight_shape(layer)) for layer in layers if isinstance(layer, LinearBase)]
         try:
