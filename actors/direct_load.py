@@ -50,9 +50,8 @@ class Collector:
             raise RuntimeError(f"{self.layer.prefix}.weight of shape {self.shape} cannot be made of {shapes}")
         import torch
 
-        self.layer.cpu_linear = None  # the old packed weight goes first, so that the new one takes its very place
         self.layer.weight = torch.nn.Parameter(whole.to(self.layer.params_dtype), requires_grad=False)
-        self.layer.quant_method.process_weights_after_loading(self.layer)
+        pack(self.layer)
 
 
 def _order(part: Part) -> int:
@@ -107,7 +106,7 @@ def load(model: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    layers: list[Any] = list(model.modules())
+    layers = list(model.modules())
     with torch.no_grad():
         collectors = [Collector(layer, weight_shape(layer)) for layer in layers if isinstance(layer, LinearBase)]
         try:
@@ -119,6 +118,11 @@ def load(model: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
             collector.finish()
         for layer in layers:
             if isinstance(layer, VocabParallelEmbedding):  # packed for its use as a head
-                layer.cpu_linear = None
-                layer.quant_method.process_weights_after_loading(layer)
+                pack(layer)
     return loaded
+
+
+def pack(layer: Any) -> None:
+    """Packs a layer's weight; the old packed one goes first, so that the new one takes its very place in memory."""
+    layer.cpu_linear = None
+    layer.quant_method.process_weights_after_loading(layer)
