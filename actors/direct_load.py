@@ -41,7 +41,6 @@ class Collector:
 
         RuntimeError when the parts do not make up the weight.
         """
-        self.layer.weight = self.kept
         if not self.parts:
             return
         whole = joined([self.parts[part] for part in sorted(self.parts, key=_order)])
@@ -100,23 +99,32 @@ def weight_shape(layer: Any) -> tuple[int, ...]:
     return tuple(weight.shape) if weight is not None else ()
 
 
-def load(model: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
-    """Loads named tensors in the checkpoint's layout; returns the model's own names of what it loaded."""
+def load(model: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> set[str] | None:
+    """Loads named tensors in the checkpoint's layout; returns the model's own names of what it loaded.
+
+    None where the model's own code copies into a linear layer's weight past its loader: then load it in another way.
+    """
     import torch
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    layers = list(model.modules())
+    layers = dict(model.named_modules())
     with torch.no_grad():
-        collectors = [Collector(layer, weight_shape(layer)) for layer in layers if isinstance(layer, LinearBase)]
+        collectors = {
+            f"{name}.weight": Collector(layer, weight_shape(layer))
+            for name, layer in layers.items()
+            if isinstance(layer, LinearBase)
+        }
         try:
             loaded = set(model.load_weights(weights))
         finally:
-            for collector in collectors:
+            for collector in collectors.values():
                 collector.layer.weight = collector.kept
-        for collector in collectors:
+        if any(name in loaded and not collector.parts for name, collector in collectors.items()):
+            return None
+        for collector in collectors.values():
             collector.finish()
-        for layer in layers:
+        for layer in layers.values():
             if isinstance(layer, VocabParallelEmbedding):  # packed for its use as a head
                 pack(layer)
     return loaded

@@ -85,7 +85,7 @@ class RolloutPool:
             raise RuntimeError(f"engine {member.spec.name} did not start: {error}") from error
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[tuple[str, Completion]]]:
-        """Yields (request_id, completion) as they finish; every request exactly once.
+        """Yields what has finished, as (request_id, completion), in bunches; every request exactly once.
 
         All requests of a group (the request id up to its last ":") go to one engine, groups in turn to the engines in
         the order of their first request: the same requests are always split in the same way. Abandoning the iterator

@@ -157,8 +157,9 @@ class WeightLoader:
     def parkrl_apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads named tensors in the checkpoint's layout; returns the model's own names of what it loaded."""
         model = self.parkrl_model()
-        if direct_load.takes(model):
-            return direct_load.load(model, list(weights))
+        weights = list(weights)
+        if direct_load.takes(model) and (reached := direct_load.load(model, weights)) is not None:
+            return reached
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         initialize_layerwise_reload(model)

@@ -52,7 +52,8 @@ def test_a_missing_part_is_an_error_and_no_part_leaves_the_layer_alone() -> None
     layer = Layer()
     collector = Collector(layer, (3, 2))
     collector.finish()
-    assert layer.packed is None and layer.weight.numel() == 0
+    assert layer.packed is None
+    layer.weight = collector.kept
     collector = Collector(layer, (3, 2))
     layer.weight.weight_loader(layer.weight, torch.zeros(1, 2), "q")
     with pytest.raises(
@@ -68,3 +69,39 @@ def test_weights_arrive_in_the_engines_own_type() -> None:
     layer.weight.weight_loader(layer.weight, torch.tensor([[1.0, 2.0]]))
     collector.finish()
     assert layer.packed is not None and layer.packed.dtype == torch.bfloat16
+
+
+class Model(torch.nn.Module):
+    """Loads its one layer by the weight's own loader, or past it."""
+
+    def __init__(self, past: bool) -> None:
+        super().__init__()
+        self.linear, self.past = Layer(), past
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
+        parameter = dict(self.named_parameters())["linear.weight"]
+        for _, tensor in weights:
+            if self.past:
+                parameter.data.copy_(tensor)
+            else:
+                parameter.weight_loader(parameter, tensor)
+        return {"linear.weight"}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("past", [False, True])
+def test_a_model_that_copies_past_the_loader_is_left_to_the_other_way(
+    past: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actors import direct_load
+
+    monkeypatch.setattr("vllm.model_executor.layers.linear.LinearBase", Layer)
+    monkeypatch.setattr(direct_load, "weight_shape", lambda layer: (1, 2))
+    model = Model(past)
+    kept = model.linear.weight
+    reached = direct_load.load(model, [("linear.weight", torch.tensor([[1.0, 2.0]]))])
+    if past:
+        assert reached is None and model.linear.weight is kept and model.linear.packed is None
+    else:
+        assert reached == {"linear.weight"} and model.linear.packed is not None
+        assert model.linear.packed.tolist() == [[1.0, 2.0]]
