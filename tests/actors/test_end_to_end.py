@@ -116,7 +116,10 @@ def test_a_run_leaves_what_it_promises(straight: Path) -> None:
     assert all(row["sync/verified"] == 1 for row in rows)
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 4, 6]
     assert rows[0]["eval/prompts"] == 16 and {"eval/pass@1", "eval/pass@2"} <= rows[0].keys()
-    assert all(row["staleness/max"] == 0 and row["mismatch/max_abs"] < 1e-3 for row in rows[1:])
+    assert all(row["staleness/max"] == 0 for row in rows[1:])
+    # a step whose first update met flat groups alone has no mismatch to show
+    mismatches = [row["mismatch/max_abs"] for row in rows[1:] if "mismatch/max_abs" in row]
+    assert len(mismatches) >= 3 and max(mismatches) < 1e-3
     assert [len(step) for step in samples(straight)] == [32] * 6
     stored = [sample for step in samples(straight) for sample in step]
     assert len({sample["seed"] for sample in stored}) == 6 * 32
