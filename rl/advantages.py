@@ -79,7 +79,7 @@ def dr_grpo(rewards: FloatArray, scored: BoolArray, epsilon: float = 0.0) -> Flo
 
 
 def rloo(rewards: FloatArray, scored: BoolArray, epsilon: float = 0.0) -> FloatArray:
-    """REINFORCE leave-one-out (arXiv:2402.14740, section 2.2): r_i minus the mean of the *other* scored members.
+    """REINFORCE leave-one-out (RLOO, arXiv:2402.14740): r_i minus the mean of the *other* scored members.
 
     Equal to ``dr_grpo`` times n / (n - 1) for n scored members. Shapes, errors, ``epsilon``: as for ``dr_grpo``.
 
@@ -94,7 +94,7 @@ def rloo(rewards: FloatArray, scored: BoolArray, epsilon: float = 0.0) -> FloatA
 
 
 def remax(rewards: FloatArray, scored: BoolArray, epsilon: float = 0.0, *, baseline: float | None) -> FloatArray:
-    """ReMax (arXiv:2310.10505, section 4): r minus the reward of the greedy completion of the same prompt.
+    """ReMax (arXiv:2310.10505, algorithm 1): r minus the reward of the greedy completion of the same prompt.
 
     ``baseline`` is that reward; a group of one is fine. A group of equal rewards has a signal unless the greedy
     completion got the same: differences of at most ``NOISE_FLOOR`` * max(1, |baseline|) are exactly 0. ``epsilon`` is

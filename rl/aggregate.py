@@ -57,7 +57,9 @@ def constant(tokens: int, length: int) -> SequenceWeight:
     SequenceWeight(token=0.25, denominator=1.0)
     """
     if length <= 0:
-        raise ValueError(f"aggregation 'constant' divides by length={length}: set it to the most tokens of a completion")
+        raise ValueError(
+            f"aggregation 'constant' divides by length={length}: set it to the most tokens of a completion"
+        )
     return SequenceWeight(1.0 / length, 1.0)
 
 
