@@ -98,6 +98,8 @@ def test_a_small_real_difference_is_not_flat(values):
 
 
 def test_unscored_members_do_not_move_their_siblings():
+    assert dr_grpo(*rewards(1, None, 2, 6)).tolist() == [-2, 0, -1, 3]
+    assert rloo(*rewards(1, None, 2, 6)).tolist() == [-3, 0, -1.5, 4.5]
     with_missing = grpo(*rewards(1, None, 0, None), 1e-4)
     plain = grpo(*rewards(1, 0), 1e-4)
     np.testing.assert_array_equal(with_missing, [plain[0], 0, plain[1], 0])
@@ -215,6 +217,12 @@ def test_reinforce_plus_plus_with_baseline_keeps_flat_groups_at_zero():
     array, scored = rewards(1, 7, 3, 0, 7, None, 1)
     result = reinforce_plus_plus_baseline(array, scored, 0.0, group_ids=list("abcabcc"))
     assert result == pytest.approx(np.array([0.5, 0, 1, -0.5, 0, 0, -1]) / np.sqrt(2.5 / 6))
+    # centred rewards add up to 0 but for rounding: subtracting their mean would push the flat group
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        mixed = np.append(rng.normal(size=14), (5.0, 5.0))
+        batch = reinforce_plus_plus_baseline(mixed, np.ones(16, bool), 0.0, group_ids=list("a" * 7 + "b" * 7 + "cc"))
+        assert (batch[14:] == 0).all() and batch.std() == pytest.approx(1, abs=1e-6)
     assert result[1] == 0 == result[4]
     assert (reinforce_plus_plus_baseline(*rewards(1, 1, 5, 5), 0.0, group_ids=list("aabb")) == 0).all()
 
