@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -151,6 +152,7 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.spec = spec
+        self._templates: dict[Sampling, Any] = {}
         self._sampling_params = partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
         self.version = 0
         platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
@@ -200,6 +202,14 @@ class Engine:
         self.llm.add_request(request_id, prompt, self._parameters(sampling, seed))
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
+        """vLLM's parameters: those of ``sampling``, made once and copied (making them takes as long as adding)."""
+        if sampling not in self._templates:
+            self._templates[sampling] = self._template(sampling)
+        parameters = copy(self._templates[sampling])
+        parameters.seed = seed if self.capabilities.per_request_seed else None
+        return parameters
+
+    def _template(self, sampling: Sampling) -> Any:
         return self._sampling_params(
             n=1,
             temperature=sampling.temperature,
@@ -209,7 +219,6 @@ class Engine:
             presence_penalty=0.0,
             frequency_penalty=0.0,
             repetition_penalty=1.0,
-            seed=seed if self.capabilities.per_request_seed else None,
             stop=None,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # stop_token_ids alone decide, whatever the model folder calls its EOS

@@ -154,10 +154,11 @@ class LearnerRank:
             return self._save(**command.arguments)
         return None
 
-    def _train(self, batches: list[ray.ObjectRef]) -> dict[str, float]:
+    def _train(self, batches: list[ray.ObjectRef], publish: int | None) -> tuple[dict[str, float], WeightUpdate | None]:
+        """Metrics, and the new weights as version ``publish`` where one is given."""
         metrics = train_step(self.trainer, ray.get(batches[self.rank]))
         self.device.synchronise()
-        return metrics
+        return metrics, None if publish is None else self._publish(publish)
 
     def _publish(self, version: int) -> WeightUpdate | None:
         """Rank 0 hands out the weights with the proof that goes with them; all ranks hold the same ones."""

@@ -170,13 +170,17 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         from tensorboardX import SummaryWriter  # here, because it imports torch where torch is installed
+        from tensorboardX.proto.summary_pb2 import Summary
 
         # The file is named by the second: without a suffix two starts within one would overwrite each other.
+        self._summary = Summary
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=f".{purge_step or 0:09d}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in _finite(step, metrics).items():
-            self._writer.add_scalar(name.replace("@", "_"), value, step)
+        values = [
+            {"tag": name.replace("@", "_"), "simple_value": value} for name, value in _finite(step, metrics).items()
+        ]
+        self._writer.file_writer.add_summary(self._summary(value=values), step)  # one event, not one per number
         self._writer.flush()
 
     def close(self) -> None:

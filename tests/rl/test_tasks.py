@@ -107,7 +107,7 @@ def test_a_gym_row_that_lost_its_entry_cannot_be_graded() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_a_built_in_model_starts_where_there_is_something_to_learn(name: str) -> None:
-    """Greedy accuracy on held-out rows between 0.1 and 0.3, and the same model every time it is asked for."""
+    """Greedy accuracy on held-out rows between 0.1 and 0.3 (small: 0.35); the same model whenever it is asked for."""
     import torch
     import transformers
 
@@ -117,7 +117,7 @@ def test_a_built_in_model_starts_where_there_is_something_to_learn(name: str) ->
     assert path == str(model_folder(name)) == resolve_model(f"builtin:{name}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    assert model.num_parameters() == {"tiny": 111_168, "small": 366_336}[name]
+    assert model.num_parameters() == {"tiny": 110_784, "small": 366_048}[name]
     digits = {"min_digits": RECIPES[name].min_digits, "max_digits": RECIPES[name].max_digits}
     task = Sort(**digits)
     rows = list(task.rows("eval", 512, seed=0))
@@ -126,4 +126,4 @@ def test_a_built_in_model_starts_where_there_is_something_to_learn(name: str) ->
         ids = model.generate(**inputs, max_new_tokens=10, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     accuracy = sum(task.grade(text, row["answer"]) for text, row in zip(texts, rows, strict=True)) / len(rows)
-    assert 0.1 <= accuracy <= 0.3, accuracy
+    assert 0.1 <= accuracy <= {"tiny": 0.3, "small": 0.35}[name], accuracy
