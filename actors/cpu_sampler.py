@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def install(sampler: Any) -> None:
-    """Makes a vLLM ``TopKTopPSampler`` on a CPU draw with ``forward``; on other platforms it is left alone."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        sampler.forward = partial(forward, sampler.logprobs_mode)
+    """Makes a vLLM ``TopKTopPSampler`` draw with ``forward``; asked for by ``Capabilities.slow_noise`` alone."""
+    sampler.forward = partial(forward, sampler.logprobs_mode)
 
 
 def forward(

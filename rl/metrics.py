@@ -38,7 +38,7 @@ NAMES: dict[str, str] = {
     "mismatch/mean_abs": "mean |learner - sampler| log-probability of the sampled tokens before the update, in nats",
     "mismatch/max_abs": "the largest such difference, in nats",
     "mismatch/<name>": "further measures of the same difference",
-    "sync/seconds": "seconds from publishing to every engine serving the new weights",
+    "sync/seconds": "seconds until every engine serves new weights that the ranks put out within time/train",
     "sync/bytes": "bytes of weights sent to each engine",
     "sync/verified": "1 when checksums and probe hold on every engine, else 0",
     "sync/<name>": "further measures of weight delivery",
